@@ -17,7 +17,7 @@ from onerank.ir.nodes import TEXT_COLUMNS, UNKNOWN, Nodes
 from onerank.ir.notes import Note
 from onerank.ir.python_calls import python_calls_of, python_calls_text
 
-Grain = Literal["layer", "submodule"]
+CoarseGranularity = Literal["layer", "submodule"]
 
 # Roles of modules that are not sub-modules of a layer.
 _NO_ROLE = ("layer", "other")
@@ -50,7 +50,7 @@ class NodeScopes:
     of: I64
 
 
-def scopes_of(graph: Graph, grain: Grain) -> NodeScopes:
+def scopes_of(graph: Graph, granularity: CoarseGranularity) -> NodeScopes:
     """Return the scope of every node.
 
     A node belongs to the layer and sub-module that `Job.modules` names for its module. The
@@ -77,15 +77,17 @@ def scopes_of(graph: Graph, grain: Grain) -> NodeScopes:
     for code, is_optimizer, is_loss in zip(
         cast("list[int]", module_index.tolist()), optimizer.tolist(), loss.tolist(), strict=True
     ):
-        scope = _scope(modules[code], grain, is_optimizer=is_optimizer, is_loss=is_loss)
+        scope = _scope(modules[code], granularity, is_optimizer=is_optimizer, is_loss=is_loss)
         scope_index.append(index_of.setdefault(scope, len(index_of)))
     return NodeScopes(list(index_of), np.array(scope_index, dtype=np.int64))
 
 
-def _scope(module: Module, grain: Grain, is_optimizer: bool, is_loss: bool) -> Scope:
+def _scope(
+    module: Module, granularity: CoarseGranularity, *, is_optimizer: bool, is_loss: bool
+) -> Scope:
     if is_optimizer:
         return Scope("", "optimizer")
-    if module.layer and (grain == "layer" or module.role == "layer"):
+    if module.layer and (granularity == "layer" or module.role == "layer"):
         return Scope(module.layer, "layer")
     if module.role not in _NO_ROLE:
         return Scope(module.scope or module.path, module.role)
@@ -138,7 +140,7 @@ class _Group:
     awaited: dict[int, Reason] = field(default_factory=dict[int, Reason])
 
 
-def coarsen(graph: Graph, grain: Grain) -> Graph:
+def coarsen(graph: Graph, granularity: CoarseGranularity) -> Graph:
     """Return a graph with one node per scope, phase and micro-batch between communications.
 
     Consecutive compute nodes of a stream (on a CPU: operators of a thread) become one node while
@@ -154,12 +156,12 @@ def coarsen(graph: Graph, grain: Grain) -> Graph:
     Raises:
         GraphError: the graph has a cycle, or has no module table.
     """
-    scoping = scopes_of(graph, grain)
+    scoping = scopes_of(graph, granularity)
     work = _Coarsening(graph, scoping.of)
     for node in graph.topological_order().tolist():
         work.place(node)
     work.hand_over_host_bytes()
-    return work.build(scoping.scopes, grain)
+    return work.build(scoping.scopes, granularity)
 
 
 class _Coarsening:
@@ -254,7 +256,7 @@ class _Coarsening:
             next_group[threads[node]] = group
             self._host_group.append((node, group))
 
-    def build(self, scopes: list[Scope], grain: Grain) -> Graph:
+    def build(self, scopes: list[Scope], granularity: CoarseGranularity) -> Graph:
         """Return the graph of the groups, numbered in the order of their first member."""
         nodes = self._graph.nodes
         builder = GraphBuilder()
@@ -273,7 +275,7 @@ class _Coarsening:
         for group_index, group in enumerate(self._groups):
             for source, reason in group.awaited.items():
                 builder.edge(source, group_index, reason)
-        return builder.build(self._job(grain))
+        return builder.build(self._job(granularity))
 
     def _row(self, index: int) -> dict[str, Any]:
         columns: dict[str, Any] = {}
@@ -313,13 +315,13 @@ class _Coarsening:
             columns[name] = int(values[is_known].sum()) if is_known.any() else UNKNOWN
         return columns
 
-    def _job(self, grain: Grain) -> Job:
+    def _job(self, granularity: CoarseGranularity) -> Job:
         """Return the job with a note that counts the merged and contracted nodes."""
         graph = self._graph
         compute, is_kept = np.array(self._compute), np.array(self._kept)
         group_count = sum(group.key is not None for group in self._groups)
         text = (
-            f"coarsened to one node per {grain}: "
+            f"coarsened to one node per {granularity}: "
             f"{int(compute.sum())} compute nodes became {group_count}"
         )
         if not is_kept.all():

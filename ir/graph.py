@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import networkx
     import polars
 
-    from onerank.ir.coarsen import Grain
+    from onerank.ir.coarsen import CoarseGranularity
 
 
 _ENUM_COLUMNS = {"kind": Kind, "phase": Phase, "collective": Collective, "evidence": Evidence}
@@ -184,11 +184,11 @@ class Graph(Displayed):
         loop = [*path[path.index(node) :], node]
         return " waits for ".join(f"node {self.nodes.id[index]}" for index in loop)
 
-    def coarsen(self, grain: Grain) -> Graph:
+    def coarsen(self, granularity: CoarseGranularity) -> Graph:
         """Return a graph of one node per scope, phase and micro-batch between communications.
 
         Args:
-            grain: "layer" or "submodule".
+            granularity: "layer" or "submodule".
 
         Raises:
             GraphError: the graph has a cycle, or records no modules.
@@ -196,7 +196,7 @@ class Graph(Displayed):
         # Imported by the call: coarsening builds graphs, so its module imports this one.
         from onerank.ir.coarsen import coarsen
 
-        return coarsen(self, grain)
+        return coarsen(self, granularity)
 
     def nodes_frame(self) -> polars.DataFrame:
         """Return one row per node, n x columns; enum columns contain lower-case names."""

@@ -146,7 +146,7 @@ def simai(
         Path(output),
         schedule=PipelineSchedule.parse(schedule) if schedule else None,
         micro_batches=micro_batches,
-        grain=granularity,
+        granularity=granularity,
         notes=job.notes,
     )
 

@@ -18,7 +18,7 @@ from onerank.converters.targets.simai.limitations import LARGEST_MESSAGE, losses
 from onerank.converters.targets.simai.rows import ModuleRows, WorkloadRow, all_rows
 from onerank.display import Displayed
 from onerank.ir import Graph, Job, World
-from onerank.ir.coarsen import Grain
+from onerank.ir.coarsen import CoarseGranularity
 from onerank.ir.errors import ExportError
 from onerank.ir.notes import Note
 from onerank.ir.output_files import replace_file
@@ -64,7 +64,7 @@ def export_simai(
     *,
     schedule: PipelineSchedule | None = None,
     micro_batches: int | None = None,
-    grain: Grain = "submodule",
+    granularity: CoarseGranularity = "submodule",
     notes: Sequence[Note] = (),
 ) -> SimaiExport:
     """Write the workload of a job.
@@ -76,7 +76,7 @@ def export_simai(
         schedule: schedule of a pipeline, which determines the stages of a rank.
         micro_batches: micro-batches per step, made by repeating captured ones; None for the
             captured number.
-        grain: scope of a row; without module roles in the trace, each module is a scope.
+        granularity: scope of a row; without module roles in the trace, each module is a scope.
         notes: caveats on how the graphs were made.
 
     Raises:
@@ -87,7 +87,7 @@ def export_simai(
     if not graphs:
         raise ExportError("no trace is given; expected one or more", code="simai-no-trace")
     evened = [even_all_to_alls(graph, graph.job.world) for graph in graphs]
-    captured = [layer_times(graph, grain) for graph, _ in evened]
+    captured = [layer_times(graph, granularity) for graph, _ in evened]
     even_notes = dict.fromkeys(note for _, rank_notes in evened for note in rank_notes)
     pipeline = _stages_by_rank(captured, schedule)
     # SimAI has one generic stage. Its step time is that of the slowest rank.

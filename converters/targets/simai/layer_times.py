@@ -15,7 +15,7 @@ from onerank.converters.targets.simai.rows import (
     leaves_stage,
 )
 from onerank.ir import Graph, Kind, Node, Phase
-from onerank.ir.coarsen import Grain, scopes_of
+from onerank.ir.coarsen import CoarseGranularity, scopes_of
 from onerank.ir.errors import ExportError
 
 EMBEDDING = "embedding_layer"
@@ -53,12 +53,12 @@ class LayerTimes:
         return int(self.graph.nodes.duration_ns[compute].sum())
 
 
-def layer_times(graph: Graph, grain: Grain) -> LayerTimes:
+def layer_times(graph: Graph, granularity: CoarseGranularity) -> LayerTimes:
     """Return the compute and communication of each scope of a step.
 
     Args:
         graph: one rank's step.
-        grain: scope of a row; without module roles in the trace, each module is a scope.
+        granularity: scope of a row; without module roles in the trace, each module is a scope.
 
     Raises:
         ExportError: the graph has no GPU time, or a communication without bytes or group.
@@ -73,7 +73,7 @@ def layer_times(graph: Graph, grain: Grain) -> LayerTimes:
     indices: list[int] = graph.topological_order().tolist()
     order = [index for index in indices if device[index]]
     split, losses = split_gradients(graph, order), Losses()
-    rows = _RowsOfStep(graph, _row_names(graph, grain), split, losses)
+    rows = _RowsOfStep(graph, _row_names(graph, granularity), split, losses)
     for index in order:
         rows.add(index)
     return LayerTimes(graph, rows.micro_batches or [[]], rows.updates, rows.evaluation, split,
@@ -159,11 +159,11 @@ class _RowsOfStep:
         return self._scopes.setdefault(self._micro_batch, {}).setdefault(name, ModuleRows(name))
 
 
-def _row_names(graph: Graph, grain: Grain) -> list[str]:
+def _row_names(graph: Graph, granularity: CoarseGranularity) -> list[str]:
     """Return the row name of each node."""
     if not graph.job.modules:
         return [_without_spaces(path) or "other" for path in graph.text("module")]
-    scoping = scopes_of(graph, grain)
+    scoping = scopes_of(graph, granularity)
     names = [_without_spaces(scope.path) or scope.role for scope in scoping.scopes]
     for at, scope in enumerate(scoping.scopes):
         if scope.role == "other" and scope.path:

@@ -143,7 +143,7 @@ def test_nodes_without_phase_are_repeated_with_their_micro_batch(tmp_path: Path)
 
 
 def test_layers_as_rows(tmp_path: Path) -> None:
-    export_simai([training_step()], tmp_path / "w.txt", grain="layer")
+    export_simai([training_step()], tmp_path / "w.txt", granularity="layer")
     names = [row[0] for row in cells(tmp_path / "w.txt")]
     assert names == ["optimizer", "m.embed", "m.0:0", "m.0:1", "m.0:2", "m.head"]
 
