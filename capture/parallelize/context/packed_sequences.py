@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onerank.capture.parallelize.context.partial_attention import (
+    HALF_TYPES,
     AttentionCall,
     AttentionOutput,
     attend,
@@ -23,8 +24,6 @@ from onerank.capture.parallelize.context.partial_attention import (
 from onerank.ir.errors import SliceError, division
 
 _aten: Any = torch.ops.aten
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ def _kernel_lengths(lengths: tuple[Lengths, Lengths]) -> tuple[Any, ...]:
 def _check_flash(query: Tensor, value: Tensor) -> None:
     """Raise SliceError for dtypes and widths that torch's FlashAttention does not support."""
     # FlashAttention has 16-bit kernels with one width only.
-    if query.dtype not in _HALVES or query.shape[-1] != value.shape[-1]:
+    if query.dtype not in HALF_TYPES or query.shape[-1] != value.shape[-1]:
         raise SliceError(
             f"--cp-comm p2p: packed sequences on a ring need FlashAttention's kernels, for "
             f"bfloat16 and float16 and values as wide as keys; found {query.dtype}, keys of "

@@ -149,10 +149,11 @@ _LOWER_RIGHT = 2
 # the memory-efficient kernel pads its log-sum-exp to a multiple of 32 queries (kAlignLSE)
 _ROWS = 32
 
-# the memory-efficient kernel needs mask rows whose stride is a multiple of 16 elements
-_ALIGNED = 16
+MASK_ROW_MULTIPLE = 16
+"""Elements of which the stride of a mask's rows is a multiple, for the memory-efficient kernel."""
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALF_TYPES = (torch.bfloat16, torch.float16)
+"""Types that FlashAttention takes."""
 
 
 def check_widths(query: Tensor, value: Tensor) -> None:
@@ -184,7 +185,7 @@ def _kernel_call(call: AttentionCall) -> tuple[_Kernel, AttentionCall]:
         # The CPU kernel needs equal widths and no dropout.
         kernel: _Kernel = "cpu" if same_width and mode.dropout == 0 else "eager"
         return kernel, replace(call, mask=mask, causal=call.causal and mask is None)
-    if call.query.dtype in _HALVES and mask is None and same_width:
+    if call.query.dtype in HALF_TYPES and mask is None and same_width:
         return "flash" if mode.window is None else "flash window", call
     if causal:
         mask = _band(call.query, call.key, mode)
@@ -365,9 +366,9 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """Return a mask for the memory-efficient kernel: per head, with aligned rows."""
     if mask is None:
         return None
-    if mask.stride(-2) % _ALIGNED:
+    if mask.stride(-2) % MASK_ROW_MULTIPLE:
         keys = mask.shape[-1]
-        mask = nn.functional.pad(mask, (0, -keys % _ALIGNED))[..., :keys]
+        mask = nn.functional.pad(mask, (0, -keys % MASK_ROW_MULTIPLE))[..., :keys]
     return mask.expand(*query.shape[:2], -1, -1)
 
 

@@ -19,14 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from onerank.capture.parallelize.context.packed_sequences import Packing, packing_of
+from onerank.capture.parallelize.context.partial_attention import MASK_ROW_MULTIPLE
 from onerank.capture.parallelize.context.sequence_attention import Context
 from onerank.capture.parallelize.model_structure import by_name
 from onerank.capture.parallelize.tensor.vocab_parallel import IGNORED_LABEL
 from onerank.ir.errors import SliceError
-
-# Stride of a mask's rows, in elements, that the memory-efficient kernel needs. A mask built with
-# this stride is not copied again in every layer (`partial_attention._bias`).
-_ALIGNED = 16
 
 _NON_TEXT_INPUTS = ("pixel_values", "pixel_values_videos", "input_features")
 
@@ -329,7 +326,8 @@ def part_mask(
             documents[:, query_positions][:, None, :, None] == documents[:, None, None, :]
         )
     # Only the stride is padded: the slice at the end has the sequence's length.
-    padded = inputs.length + -inputs.length % _ALIGNED
+    # A mask with aligned rows is not copied again in every layer (`partial_attention._bias`).
+    padded = inputs.length + -inputs.length % MASK_ROW_MULTIPLE
     scores = torch.zeros((*allowed.shape[:-1], padded), dtype=dtype, device=query_positions.device)
     # Eager attention adds the mask before a softmax over rows that may be masked throughout; with
     # -inf such a row would be NaN. Transformers' eager masks hold the lowest finite number too.

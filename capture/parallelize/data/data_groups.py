@@ -6,16 +6,13 @@ The command line checks its options with this module, so torch is imported only 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from onerank.capture.parallelize.parameter_kinds import DENSE, KIND_ATTRIBUTE
 from onerank.ir import World
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
-
-# Kinds of parameters: DENSE ones are replicated on all data-parallel ranks, EXPERT ones on the
-# ranks with the same experts (the axis edp).
-DENSE, EXPERT = "dense", "edp"
 
 
 def data_axis(world: World) -> str:
@@ -97,5 +94,5 @@ class DataGroups:
 
 
 def group_kind_of(parameter: "Tensor") -> str:
-    """Return DENSE, or EXPERT for a parameter with that `_onerank_axis`."""
-    return getattr(parameter, "_onerank_axis", DENSE)
+    """Return DENSE, or EXPERT for a parameter of experts, by its `KIND_ATTRIBUTE`."""
+    return getattr(parameter, KIND_ATTRIBUTE, DENSE)

@@ -9,7 +9,8 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's, typed
 from torch.nn.parallel import DistributedDataParallel
 
-from onerank.capture.parallelize.data.data_groups import DENSE, DataGroups, group_kind_of
+from onerank.capture.parallelize.data.data_groups import DataGroups, group_kind_of
+from onerank.capture.parallelize.parameter_kinds import DENSE
 from onerank.ir.errors import SliceError
 
 _ddp: Any = DistributedDataParallel  # typed as Any: private members are used below

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from onerank.capture.fake_tensors import script_attributes
-from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, DataGroups, group_kind_of
+from onerank.capture.parallelize.data.data_groups import DataGroups, group_kind_of
 from onerank.capture.parallelize.data.optimizers import expand_state, pop_uniform_state
 from onerank.capture.parallelize.hugging_face import MODELING, PreTrainedModel
 from onerank.capture.parallelize.model_structure import uncompiled
+from onerank.capture.parallelize.parameter_kinds import DENSE, EXPERT
 from onerank.capture.parallelize.pipeline.stage import move_before_fsdp
 from onerank.capture.patches import after_import, patched
 from onerank.ir.errors import SliceError

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.parallelize.data.data_groups import DENSE, group_kind_of
+from onerank.capture.parallelize.data.data_groups import group_kind_of
 from onerank.capture.parallelize.data.fsdp import by_mesh, current, norm_on_mesh
 from onerank.capture.parallelize.data.optimizers import after_checks
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
+from onerank.capture.parallelize.parameter_kinds import DENSE
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced
 from onerank.capture.patches import patched
 from onerank.ir import World

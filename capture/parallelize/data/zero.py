@@ -29,13 +29,14 @@ from torch.distributed.utils import _sync_module_states
 from torch.optim import Optimizer
 
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
-from onerank.capture.parallelize.data.data_groups import DENSE, DataGroups, group_kind_of
+from onerank.capture.parallelize.data.data_groups import DataGroups, group_kind_of
 from onerank.capture.parallelize.data.optimizers import (
     after_checks,
     elementwise,
     expand_state,
     pop_uniform_state,
 )
+from onerank.capture.parallelize.parameter_kinds import DENSE
 from onerank.capture.parallelize.pipeline.stage import TIED
 from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError

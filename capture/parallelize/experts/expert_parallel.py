@@ -33,6 +33,7 @@ from onerank.capture.fake_tensors import on_gpu
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
 from onerank.capture.parallelize.experts.routing import BALANCED, GroupRank, Routing, StaticRouting
 from onerank.capture.parallelize.module_names import parent_of
+from onerank.capture.parallelize.parameter_kinds import EXPERT, KIND_ATTRIBUTE
 from onerank.ir.errors import SliceError, division
 
 
@@ -182,8 +183,6 @@ def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None
 _PEER_COUNTS = "_onerank_peer_counts"
 """Attribute of experts with static routing and absent peers; see `StaticRouting.counts`."""
 
-AXIS = "_onerank_axis"
-
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -215,7 +214,7 @@ def shard_experts(
     """Keep this rank's experts of every layer and exchange tokens with the other ranks.
 
     The experts run as the model is configured (eager, grouped_mm, batched_mm). Their parameters
-    carry the attribute `_onerank_axis` = "edp": the axis of ranks with the same experts.
+    carry `KIND_ATTRIBUTE` = EXPERT, the axis of ranks with the same experts.
 
     Args:
         model: a model whose experts are whole, on any device.
@@ -245,7 +244,9 @@ def shard_experts(
 
 def are_sharded(experts: nn.Module) -> bool:
     """Return whether a module's experts are sharded over expert-parallel ranks."""
-    return any(hasattr(parameter, AXIS) for parameter in experts.parameters(recurse=False))
+    return any(
+        hasattr(parameter, KIND_ATTRIBUTE) for parameter in experts.parameters(recurse=False)
+    )
 
 
 def apply_static_routing(
@@ -348,7 +349,7 @@ def _mark_expert_axis(module: nn.Module, *_: Any) -> None:
     """Mark experts' parameters with the axis that averages their gradients."""
     # Before each forward: moving a model off the meta device creates new parameters.
     for parameter in module.parameters(recurse=False):
-        setattr(parameter, AXIS, "edp")
+        setattr(parameter, KIND_ATTRIBUTE, EXPERT)
 
 
 def _rerouting(
