@@ -16,7 +16,7 @@ from onerank.analysis.step_time import Replay, replay
 from onerank.annotate import load_gpu
 from onerank.annotate.passes.host_time import scale_host
 from onerank.cli import onerank as command
-from onerank.converters.expand.host_delays import NAME, insert_host_delays
+from onerank.converters.expand.host_delays import DELAY_NAME, insert_host_delays
 from onerank.converters.sources.kineto.trace_job import with_host_overhead, with_kernel_factor
 from onerank.ir import (
     EmulatedCalls,
@@ -234,7 +234,7 @@ def test_waits_of_another_gpu(captured: dict[int, Path], tmp_path: Path):
     assert CliRunner().invoke(command, ["annotate", *options, str(captured[1024])]).exit_code == 0
     graph = read(trace)
     waiting, notes = insert_host_delays(graph)
-    idle = waiting.nodes.duration_ns[[node.name == NAME for node in waiting]]
+    idle = waiting.nodes.duration_ns[[node.name == DELAY_NAME for node in waiting]]
     total = waiting.nodes.duration_ns[waiting.gpu_compute].sum()
     assert idle.sum() > 0
     assert total == pytest.approx(steady_state_ns(replay(graph)), rel=0.001)

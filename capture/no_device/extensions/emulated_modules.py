@@ -178,7 +178,8 @@ def _as_registered(name: str, registered: _Registered) -> Function:
     def function(launch: Launch, *args: Any, **kwargs: Any) -> Any:
         results = registered.results(*args, **kwargs)
         operands = [*args, *kwargs.values()]
-        written = [operands[at] for at in registered.writes]
+        # A call may leave out a written argument, such as an optional result.
+        written = [each for at, each in enumerate(operands) if at in registered.writes]
         reads = [None if at in registered.writes else each for at, each in enumerate(operands)]
         launch(name, reads, [*tensors_in((results,)), *tensors_in(written)])
         return results

@@ -6,10 +6,12 @@ The packages around the extensions are empty: the tests call what the packages c
 import textwrap
 
 import pytest
+import torch
 from without_device import captured, run, write_packages
 
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.capture.no_device.extensions import emulated_modules
 from onerank.ir import UNKNOWN, Graph
 from onerank.ir.errors import CaptureError
 
@@ -233,6 +235,16 @@ def test_a_name_that_is_no_function_is_refused(name):
     with pytest.raises(CaptureError) as error:
         onerank.register_extension_function(name, lambda: None)
     assert error.value.code == "extension-function-name"
+
+
+def test_a_call_without_an_optional_argument_that_it_would_write():
+    launches = []
+    registered = emulated_modules._Registered(lambda x, out=None: x if out is None else out, (1,))
+    function = emulated_modules._as_registered("my_ext::gemm", registered)
+    x, out = torch.zeros(2), torch.zeros(2)
+    for args in ((x,), (x, out)):
+        function(lambda name, reads, writes: launches.append((len(reads), len(writes))), *args)
+    assert launches == [(1, 1), (2, 2)]
 
 
 EXTENSIONS = """

@@ -12,7 +12,7 @@ from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.cli import onerank
 from onerank.converters.expand.host_delays import (
-    NAME,
+    DELAY_NAME,
     insert_host_delays,
     insert_host_delays_by_rank,
 )
@@ -83,14 +83,14 @@ def test_a_wait_goes_with_its_part_of_a_split_backward(tmp_path: Path) -> None:
     late_ones = [late(graph, "input") for graph in captures(8)]
     graphs, _ = insert_host_delays_by_rank(late_ones)
     ranks = expand(graphs, PipelineSchedule.parse("zbv"), 8)
-    waits = [rank_graph.graph.text("name").count(NAME) for rank_graph in ranks]
+    waits = [rank_graph.graph.text("name").count(DELAY_NAME) for rank_graph in ranks]
     assert waits == [16] * 4  # before each input gradient of two chunks
     graph = ranks[0].graph
     names, ops = graph.text("name"), graph.text("op")
     for source, target in zip(
         graph.edges.source.tolist(), graph.edges.target.tolist(), strict=True
     ):
-        if names[source] == NAME and names[target] != NAME:
+        if names[source] == DELAY_NAME and names[target] != DELAY_NAME:
             assert ops[target] == "input"
 
 
@@ -103,7 +103,7 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     graph = builder.build(Job(measurement=Measurement(step_ns=(1800,))))
     shared, notes = insert_host_delays(graph, one_at_a_time=True)
     lasts = dict(zip(shared.text("name"), shared.nodes.duration_ns.tolist(), strict=True))
-    assert lasts == {"gemm": 750, "copy": 750, "norm": 100, NAME: 200}
+    assert lasts == {"gemm": 750, "copy": 750, "norm": 100, DELAY_NAME: 200}
     note_of(notes, "host-delays-divided-overlap", 500)
     delayed, notes = insert_host_delays(graph)
     assert delayed.nodes.duration_ns.tolist() == [1000, 1000, 200, 100]
@@ -125,7 +125,7 @@ def test_equal_ranks_wait_for_the_slowest_of_them(tmp_path: Path) -> None:
     job = Job(world=World({"tp": 2}), measurement=Measurement(step_ns=steps))
     graph = builder.build(job)
     alone, notes = insert_host_delays(graph)
-    assert alone.nodes.duration_ns[alone.text("name").index(NAME)] == 2350 - 1600
+    assert alone.nodes.duration_ns[alone.text("name").index(DELAY_NAME)] == 2350 - 1600
     assert codes(notes) == ["host-delays"]
     slowest_ns = round(2100 + 0.5**0.5 * 500)
     _, notes = insert_host_delays(graph, ranks=2)
@@ -156,7 +156,7 @@ def test_communication_keeps_its_order(tmp_path: Path) -> None:
     graph = builder.build(Job(measurement=Measurement(step_ns=(2000,))))
     export_astra_sim(graph, tmp_path, ranks=2, host_time=True)
     names = [node.name for node in read_records(tmp_path / "workload.0.et").nodes]
-    assert names == ["gemm", NAME, "norm", "REDUCE_SCATTER", "ALL_GATHER"]
+    assert names == ["gemm", DELAY_NAME, "norm", "REDUCE_SCATTER", "ALL_GATHER"]
 
 
 def test_a_step_longer_than_the_profiled_one_had_slower_kernels() -> None:
@@ -218,7 +218,7 @@ def test_delays_leave_out_the_host_time_of_the_emulation() -> None:
         emulated = EmulatedCalls(synchronous=3, asynchronous=0, waits=0, host_ns=host_ns)
         measurement = Measurement(host_overhead=overhead, emulated_calls=emulated)
         delayed, notes = insert_host_delays(builder.build(Job(measurement=measurement)))
-        is_delay = np.array([name == NAME for name in delayed.text("name")])
+        is_delay = np.array([name == DELAY_NAME for name in delayed.text("name")])
         waits[excess_ns] = int(delayed.nodes.duration_ns[is_delay].sum())
         assert has_note(notes, "host-delays-emulated-calls", "7.000 us") == bool(excess_ns)
     assert waits[0] - waits[7000] == 2 * 7000  # the third call ends the step
