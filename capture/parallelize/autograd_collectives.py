@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onerank.ir.errors import SliceError, division
+
 # torch 2.13 renamed both collectives and warns about the names that 2.11 has
 _RENAMED = hasattr(dist, "all_gather_single")
 all_gather: Callable[..., Any] = getattr(
@@ -131,3 +133,18 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     all_gather(gathered, x.contiguous(), group=group)
     return torch.cat(gathered.chunk(group.size()), dim=-1)
+
+
+def shard_length(length: int, size: int) -> int:
+    """Return the tokens of each of `size` shards of a sequence.
+
+    Raises:
+        SliceError: the size does not divide the sequence.
+    """
+    if length % size:
+        raise SliceError(
+            f"--sp: --tp {size} must divide the sequence of {length} tokens "
+            f"({division(length, size)}): pad or cut the batch",
+            code="sp-sequence-indivisible",
+        )
+    return length // size

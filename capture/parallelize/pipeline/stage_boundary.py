@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onerank.capture.fake_tensors import as_subclass
-from onerank.capture.parallelize.tensor.sequence_parallel import shard_length
+from onerank.capture.parallelize.autograd_collectives import shard_length
 from onerank.ir.errors import SliceError
 
 

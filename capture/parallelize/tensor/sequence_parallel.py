@@ -18,8 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
-from onerank.ir.errors import SliceError, division
+from onerank.capture.parallelize.autograd_collectives import (
+    all_gather,
+    reduce_scatter,
+    shard_length,
+)
+from onerank.ir.errors import SliceError
 
 
 class SequencePlaceholder(Tensor):
@@ -250,21 +254,6 @@ def split_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard of replicated hidden states [batch, sequence, hidden]."""
     result: Tensor = SplitToSequence.apply(x, group)
     return result
-
-
-def shard_length(length: int, size: int) -> int:
-    """Return the tokens of each of `size` shards of a sequence.
-
-    Raises:
-        SliceError: the size does not divide the sequence.
-    """
-    if length % size:
-        raise SliceError(
-            f"--sp: --tp {size} must divide the sequence of {length} tokens "
-            f"({division(length, size)}): pad or cut the batch",
-            code="sp-sequence-indivisible",
-        )
-    return length // size
 
 
 def _shard_length(x: Tensor, group: dist.ProcessGroup) -> int:
