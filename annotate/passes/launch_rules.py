@@ -396,7 +396,8 @@ def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
 _NEED_VALUES = NEED_AXES | frozenset(
     (
         "_index_put_impl_ index_put_ index_put _cudnn_attention_forward mamba_chunk_scan "
-        "multinomial topk _embedding_bag_dense_backward roll scatter_reduce scatter_reduce_"
+        "addmm baddbmm multinomial topk _embedding_bag_dense_backward roll scatter_reduce "
+        "scatter_reduce_"
     ).split()
 )
 

@@ -129,6 +129,32 @@ def gemm_launches(call: Call, target: Gpu) -> Sequence[Launch]:
     return ()
 
 
+_BETA = 3
+"""Position of the factor of the added matrix."""
+
+
+def _added_product(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of `addmm` and `baddbmm`: a GEMM into a copy of the added matrix.
+
+    A bias has a row, which the GEMM adds; with `beta` 0 nothing is added. Source:
+    aten/src/ATen/native/cuda/Blas.cpp.
+    """
+    added, result = call.tensor(0), call.output()
+    launches = gemm_launches(call, target)
+    if added is None or result is None or added.shape != result.shape or added.shape[0] == 1:
+        return launches
+    if call.value(_BETA) == 0:
+        return launches
+    contiguous = added.contiguous
+    copy = Launch(
+        "Memcpy DtoD (Device -> Device)" if contiguous else "elementwise_kernel",
+        kind=Kind.MEMCPY if contiguous else Kind.KERNEL,
+        op="aten::copy_",
+        internal_bytes=2 * result.nbytes,
+    )
+    return (copy, *(launches or (WHOLE,)))
+
+
 def _grouped_gemm(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of a grouped GEMM: a kernel that writes the groups' pointers first."""
     return (Launch("prepare_grouped_gemm_data", floors=0.5), WHOLE)
@@ -513,6 +539,7 @@ LIBRARY_RULES: dict[str, Rule] = {
     "_cudnn_rnn": _recurrent,
     "_cudnn_rnn_backward": _recurrent,
     "_grouped_mm": _grouped_gemm,
+    **dict.fromkeys(["addmm", "baddbmm"], _added_product),
     "latent_attention": _latent_attention,
     **dict.fromkeys(
         ["chunk_gated_delta_rule", "mamba_chunk_scan", "selective_scan", "lightning_attention"],

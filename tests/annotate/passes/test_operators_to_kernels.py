@@ -524,3 +524,21 @@ def test_recurrent_layers_launch_each_step_as_on_an_h200(op, shape, layers, dtyp
     launches = launches_of(f"aten::{op}", call, load_gpu("H200"))
     assert len(launches) == pytest.approx(measured, rel=0.02, abs=5)
     assert sum(launch.share for launch in launches) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("added", "beta", "kinds"),
+    [
+        ((768, 768), 1, [Kind.MEMCPY, Kind.KERNEL]),
+        ((768, 768), 0, [Kind.KERNEL]),
+        ((768,), 1, [Kind.KERNEL]),
+    ],
+)
+def test_a_product_is_added_to_a_copy_of_a_matrix(added, beta, kinds):
+    """As in Muon's iterations on an H200; a bias is added by the product's own kernel."""
+    square = tensor(768, 768)
+    call = Call(
+        "addmm", ((tensor(*added),), (square,), (square,)), ((square,),), ("", "", "", beta)
+    )
+    launches = launches_of("aten::addmm", call, load_gpu("H200"))
+    assert [launch.kind for launch in launches] == kinds
