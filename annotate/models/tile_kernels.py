@@ -296,8 +296,8 @@ _LIBRARY_FACTORS = {
     PartKernel.RECURRENT_WEIGHT_GRADIENT: _LibraryFactors(1.0, 1.7, 1.7),
 }
 
-# Share of the launch floors of a recurrent layer's step (`gemm.STEP_LAUNCHES`) that its kernels of
-# gates take on Hopper, 1.7 to 3.7 us on an H200.
+# Share of a recurrent layer's launch floors for a step (`recurrent.STEP_LAUNCHES`) that the kernels
+# of its gates take on Hopper, 1.7 to 3.7 us on an H200.
 _STEP_SHARE = 1 / 6
 
 

@@ -436,3 +436,9 @@ def without_tensors(graph: Graph, codes: I32) -> tuple[I64, list[str]]:
     # By default a polars join may reorder rows, and `place` indexes these rows.
     codes_of = table.join(texts, on="text", how="left", maintain_order="left")["code"]
     return codes_of.to_numpy().astype(np.int64)[place], ["", *texts["text"].to_list()]
+
+
+def allowing_tf32(x: Tensor) -> Tensor:
+    """Return the operand with the dtype that cuDNN multiplies in."""
+    # PyTorch allows TF32 for cuDNN by default (`torch.backends.cudnn.allow_tf32`), not for cuBLAS.
+    return Tensor(x.shape, "tfloat32", x.item_bytes) if x.dtype == "float32" else x

@@ -14,8 +14,7 @@ from math import ceil
 from typing import NamedTuple
 
 from onerank.annotate.op_costs.cost_record import Formula, Work, matmul_work, vector_work
-from onerank.annotate.op_costs.gemm import allowing_tf32
-from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.annotate.op_costs.operands import Call, Tensor, allowing_tf32
 
 DELTA_CHUNK = 64
 """Tokens of a chunk of fla's kernels of the delta rule."""

@@ -16,9 +16,9 @@ from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.flash_mla import combination_ns
 from onerank.annotate.models.roofline import predict_from_datasheet
-from onerank.annotate.op_costs.gemm import RecurrentLayers, recurrent_layers
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Piece, Tensor, numbers_of
+from onerank.annotate.op_costs.recurrent import RecurrentLayers, recurrent_layers
 from onerank.annotate.op_costs.state_operators import chunk_kernels
 from onerank.ir import Kind
 

@@ -7,7 +7,7 @@ Reads DeepBench_NV_V100.xlsx and DeepBench_NV_T4.xlsx: 16-bit operands, CUDA 10.
 No GEMM of these GPUs is part of a fit; their distance from the fitted GPUs is 2.3 and 3.3 (see
 `likeness`). Three constants were chosen on these measurements: the time of a convolution over a
 GEMM of its sizes (`tile_kernels`), the time of a recurrent step over its GEMM
-(`gemm.STEP_LAUNCHES`), and the weight of the tile model for so different a GPU.
+(`recurrent.STEP_LAUNCHES`), and the weight of the tile model for so different a GPU.
 
   one product    the whole operator, from launch floor and roofline
   predicted      as `annotate` predicts an unmeasured call
