@@ -80,7 +80,7 @@ def test_gemms_in_fp8_and_fp4_have_their_scales():
     hopper = onerank.predict([{"op": "gemm", **sizes, **call} for call in calls[2:4]], "H100")
     assert hopper[0].duration_ns < hopper[1].duration_ns
     # The errors of 4 bits.
-    assert times["fp4"].call_p90_ns / times["fp4"].call_ns == pytest.approx(1.309, abs=0.005)
+    assert times["fp4"].call_p90_ns / times["fp4"].call_ns == pytest.approx(1.318, abs=0.005)
     with raises_code("predict-name"):
         onerank.predict("norm", "B200", m=4096, n=4096, dtype="fp8")
     with raises_code("predict-size"):
@@ -117,8 +117,8 @@ def test_a_call_has_the_gap_after_its_kernel():
             assert made.call_ns - made.duration_ns == pytest.approx(floors * floor_ns, abs=1)
             assert made.call_p10_ns < made.call_ns < made.call_p90_ns
             # Off Hopper, where no gap was measured, the interval of a GEMM or of attention also
-            # holds times per call.
-            reaches = made.p90_ns >= made.call_p90_ns - 1
+            # holds times per call, but for the length that chooses its width.
+            reaches = made.p90_ns >= 0.99 * made.call_p90_ns
             assert reaches == (name == "B200" and made.call.op in ("gemm", "attention"))
 
 
