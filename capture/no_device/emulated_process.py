@@ -49,7 +49,7 @@ from onerank.capture.no_device.saved_files import SavedFiles
 from onerank.capture.no_device.tensor_values import UnknownValues
 from onerank.capture.no_device.torch_without_gpu import torch_without_gpu
 from onerank.capture.parallelize.experts.routing import Routing
-from onerank.capture.patches import after_import, overridden_kernels, patched, rebound
+from onerank.capture.patches import after_import, overridden_kernels, patched, rebound, resolve
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages
 from onerank.ir.errors import ScriptError
@@ -59,6 +59,8 @@ _torch: Any = torch
 _modes: Any = _python_dispatch
 
 _FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
+
+_COMPILED_OPTIMIZER = "torch._dynamo.variables.optimizer"
 
 _FAKE_TENSOR_MODE = "torch._subclasses.fake_tensor.FakeTensorMode"
 
@@ -137,6 +139,7 @@ class EmulatedProcess:
                 self._fake_tensors(),
                 self._kernels_of_scripts(),
                 self._lengths_of_generation(),
+                after_import(_COMPILED_OPTIMIZER, self._states_of_compiled_optimizers),
             ):
                 stack.enter_context(context)
             yield
@@ -183,6 +186,31 @@ class EmulatedProcess:
             after_import(generation_ends.CRITERIA, lambda: generation_ends.ends_at_length(known)),
             after_import(generation_ends.LOOPS, lambda: generation_ends.beams_end_at_length(known)),
         ):
+            yield
+
+    @contextlib.contextmanager
+    def _states_of_compiled_optimizers(self) -> Generator[None]:
+        """Create the states of an optimizer on shapes while Dynamo, without modes, traces it."""
+        owner = f"{_COMPILED_OPTIMIZER}.OptimizerVariable"
+        call: Callable[..., Any] = resolve(owner).call_method
+
+        def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name != "_init_group":
+                return call(variable, tx, name, args, kwargs)
+            optimizer = variable.value
+            create = optimizer._init_group
+
+            def create_on_shapes(*args: Any, **kwargs: Any) -> Any:
+                with _mode(self._fake), _mode(self.operators):
+                    return create(*args, **kwargs)
+
+            vars(optimizer)["_init_group"] = create_on_shapes
+            try:
+                return call(variable, tx, name, args, kwargs)
+            finally:
+                del vars(optimizer)["_init_group"]
+
+        with patched(owner, {"call_method": call_method}):
             yield
 
     @contextlib.contextmanager

@@ -55,6 +55,8 @@ class KernelAccesses:
             neighbouring threads store in different sectors.
         gathered: pointers from which neighbouring threads load from different sectors.
         sizes: iterations along each axis that the source states.
+        combined: pointer -> iterations that use it, in a kernel that combines loops of several
+            sizes, as those of a compiled optimizer over its parameters.
         flops: FLOPs that the source states; UNKNOWN if it states none.
         instructions: those of an iteration.
     """
@@ -65,6 +67,7 @@ class KernelAccesses:
     scattered: dict[str, int]
     gathered: frozenset[str]
     sizes: dict[str, int]
+    combined: dict[str, int]
     flops: int
     instructions: float
 
@@ -76,6 +79,7 @@ class KernelAccesses:
         parameters = tuple(part.split(":")[0].strip() for part in text.split(","))
         # The source states the sizes that Inductor knows; others are arguments of the launch.
         sizes = re.findall(r"^    (\w+numel) = (\d+)$", source, re.MULTILINE)
+        loops = _combined_loops(source)
         flops = re.search(rf"^{FLOPS_COMMENT}(\d+)$", source, re.MULTILINE)
         return cls(
             parameters,
@@ -84,9 +88,10 @@ class KernelAccesses:
             _places(r"tl\.(?:store|atomic_add)\((\w+) \+ (\([^\n]*?\)),", source),
             _scattered(source),
             _gathered(source),
-            {axis: int(size) for axis, size in sizes},
+            {axis: int(size) for axis, size in sizes} or _in_all(loops),
+            {pointer: count for count, pointers in loops for pointer in pointers},
             int(flops.group(1)) if flops else UNKNOWN,
-            instructions_of(source),
+            instructions_of(source) / max(len(loops), 1),
         )
 
     def _iterations(self, by_name: dict[str, Any]) -> int:
@@ -112,9 +117,47 @@ class KernelAccesses:
         by_name = dict(zip(self.parameters, args, strict=False))
         iterations = self._iterations(by_name)
         return (
-            _touched(by_name, self.loads, iterations, {}),
-            _touched(by_name, self.stores, iterations, self.scattered),
+            self._touched(by_name, self.loads, iterations, {}),
+            self._touched(by_name, self.stores, iterations, self.scattered),
         )
+
+    def _touched(
+        self,
+        by_name: dict[str, Any],
+        places: dict[str, int],
+        iterations: int,
+        scattered: dict[str, int],
+    ) -> list[Shaped]:
+        touched: list[Shaped] = []
+        for name, tensor in by_name.items():
+            if name in places and isinstance(tensor, Tensor):
+                elements = places[name] * self.combined.get(name, iterations)
+                # An expanded axis, whose stride is 0, is stored once.
+                axes = zip(tensor.shape, tensor.stride(), strict=True)
+                stored = [size for size, step in axes if step or size == 0]
+                shape = stored if prod(stored) <= elements else [elements]
+                if scattered.get(name, 0) > tensor.element_size():
+                    shape = [*shape, scattered[name] // tensor.element_size()]
+                touched.append(Shaped(tensor, tensor.dtype, shape))
+        return touched
+
+
+def _combined_loops(source: str) -> list[tuple[int, set[str]]]:
+    """Return iterations and pointers of each loop that a kernel combines; [] for other kernels."""
+    loops = re.split(r"^    (?:if|elif) pid < num_xblocks_\d+:$", source, flags=re.MULTILINE)[1:]
+    return [
+        (
+            prod(
+                int(size) for size in re.findall(r"^        \w+numel = (\d+)$", loop, re.MULTILINE)
+            ),
+            set(re.findall(r"tl\.(?:load|store|atomic_add)\((\w+) \+ ", loop)),
+        )
+        for loop in loops
+    ]
+
+
+def _in_all(loops: list[tuple[int, set[str]]]) -> dict[str, int]:
+    return {"xnumel": sum(count for count, _ in loops)} if loops else {}
 
 
 def _scattered(source: str) -> dict[str, int]:
@@ -178,23 +221,6 @@ def _gathered(source: str) -> frozenset[str]:
 def _places(pattern: str, source: str) -> dict[str, int]:
     places = set(re.findall(pattern, source))
     return dict(Counter(pointer for pointer, _ in places))
-
-
-def _touched(
-    by_name: dict[str, Any], places: dict[str, int], iterations: int, scattered: dict[str, int]
-) -> list[Shaped]:
-    touched: list[Shaped] = []
-    for name, tensor in by_name.items():
-        if name in places and isinstance(tensor, Tensor):
-            elements = places[name] * iterations
-            # An expanded axis, whose stride is 0, is stored once.
-            axes = zip(tensor.shape, tensor.stride(), strict=True)
-            stored = [size for size, step in axes if step or size == 0]
-            shape = stored if prod(stored) <= elements else [elements]
-            if scattered.get(name, 0) > tensor.element_size():
-                shape = [*shape, scattered[name] // tensor.element_size()]
-            touched.append(Shaped(tensor, tensor.dtype, shape))
-    return touched
 
 
 class GeneratedKernel:

@@ -51,6 +51,12 @@ _GPU: tuple[Patch, ...] = (
     Patch("torch.cuda.random", (), "As torch.cuda.", ("no_device.cuda_api",)),
     Patch("torch.cuda.nccl", (), "As torch.cuda.", ("no_device.cuda_api",)),
     Patch(
+        "torch._dynamo.variables.optimizer.OptimizerVariable",
+        ("call_method",),
+        "Dynamo creates the states of an optimizer on the GPU while it traces the step.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
         "torch.cuda.profiler",
         ("start", "stop"),
         "A CPU build has no CUDA runtime, whose profiler scripts start and stop.",

@@ -1,5 +1,7 @@
 """What a kernel that Inductor generated writes, from its source (excerpts of torch 2.11's)."""
 
+from math import prod
+
 import pytest
 import torch
 
@@ -105,3 +107,34 @@ def test_a_kernel_of_one_axis_waits_for_the_sectors_of_transposed_loads():
     assert (kernel.gathered, of_rows.gathered) == ({"in_ptr0"}, set())
     waits = kernel.instructions + 165 - of_rows.instructions
     assert kernel.work(args).instructions - of_rows.work(args).instructions == round(waits * 262144)
+
+
+COMBINED = """
+def triton_for_fused_1(in_ptr0, in_ptr1, in_ptr2, in_ptr3, out_ptr0, out_ptr1):
+    pid = tl.program_id(0)
+    XBLOCK: tl.constexpr = 1024
+    num_xblocks_0 = tl.cdiv(65536, XBLOCK)
+    num_xblocks_1 = num_xblocks_0 + tl.cdiv(256, XBLOCK)
+    if pid < num_xblocks_0:
+        xnumel = 65536
+        r0_numel = 1
+        tmp0 = tl.load(in_ptr0 + (x0), None)
+        tmp1 = tl.load(in_ptr2 + (0))
+        tl.store(out_ptr0 + (x0), tmp0, None)
+    elif pid < num_xblocks_1:
+        xnumel = 256
+        r0_numel = 1
+        tmp0 = tl.load(in_ptr1 + (x1), xmask)
+        tmp1 = tl.load(in_ptr3 + (0))
+        tl.store(out_ptr1 + (x1), tmp0, xmask)
+    else:
+        pass
+"""
+
+
+def test_each_parameter_of_a_compiled_optimizer_has_its_own_size():
+    kernel = KernelAccesses.of("triton_for_fused_1", COMBINED)
+    weight, bias, step = (torch.zeros(shape) for shape in ((256, 256), (256,), ()))
+    reads, writes = kernel.operands((weight, bias, step, step, weight, bias))
+    assert [prod(each.shape) for each in reads] == [65536, 256]  # and two scalars
+    assert [prod(each.shape) for each in writes] == [65536, 256]
