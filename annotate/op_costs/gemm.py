@@ -396,6 +396,7 @@ class _Sizes(NamedTuple):
         points = self.small.numel // (self.groups * self.small_channels)
         large_points = self.large.numel // (self.groups * self.large_channels)
         kernel = _KERNELS[kind][self._form]
+        batch, reused = self.groups, 0
         if kind == "down":
             sizes, image = (points, self.small_channels, padded_large * self.kernel), self.large
         elif kind == "up":
@@ -410,10 +411,8 @@ class _Sizes(NamedTuple):
                 self.large,
             )
             batch = self.groups * divided
-            reuse = self.groups * padded_large * self.kernel * points / max(1, image.numel)
-        if kind != "filter":
-            batch = self.groups
-            reuse = batch * sizes[0] * sizes[2] / max(1, image.numel)
+            reused = self.groups * padded_large * self.kernel * points
+        reuse = (reused or batch * sizes[0] * sizes[2]) / max(1, image.numel)
         part = ComponentGemm(batch, *sizes, item, max(1.0, reuse), kernel=kernel)
         if not self._runs_one_by_one:
             return part
