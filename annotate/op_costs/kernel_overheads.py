@@ -14,11 +14,19 @@ The bytes and FLOPs are in `memory_bound`. Kernels with few rows wait for one lo
 instead: see `load_chains`.
 """
 
-from math import prod
-
 from onerank.annotate.op_costs.block_cycles import block_cycles_of, computes_sums
 from onerank.annotate.op_costs.memory_bound import changed_elements
 from onerank.annotate.op_costs.op_classes import OpClass, is_generated
+from onerank.annotate.op_costs.operand_layouts import (
+    casts,
+    computes_addresses,
+    concatenates_strided,
+    innermost_sizes,
+    is_expanded,
+    mixes_dtypes,
+    reads_device_scalar,
+    transposes,
+)
 from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
 from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
 
@@ -309,7 +317,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
     op = call.op
     read, widest = call.numel(0), max(call.output_numel, call.numel(0))
     stored = call.tensor(2 if "put" in op else 3) if op in STORES_BY_INDEX else None
-    computes = _computes_addresses(call, operator_class) or (op == "copy_" and _casts(call))
+    computes = computes_addresses(call, operator_class) or (op == "copy_" and casts(call))
     sums, long_softmax = _leading_sum_cycles(call), _long_softmax_cycles(call)
     # Elements and their rate by the first rule that applies.
     rules = (
@@ -328,13 +336,13 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
         (op == "roll", read * rolled_dimensions(call), _ROLLED_PER_CYCLE),
         (stored is not None, stored.numel if stored else 0, _ELEMENTWISE_PER_CYCLE),
-        (computes and _transposes(call), widest, _transposed_per_cycle(call)),
+        (computes and transposes(call), widest, _transposed_per_cycle(call)),
         (op != "copy_" and mixes_dtypes(call, operator_class), widest, _MIXED_PER_CYCLE),
         (computes and op != "copy_" and _is_wide(call), widest, _WIDE_PER_CYCLE),
         (computes, widest, _ELEMENTWISE_PER_CYCLE),
-        (_is_expanded(call, operator_class), widest, _EXPANDED_PER_CYCLE),
-        (_reads_device_scalar(call, operator_class), widest, _scalar_per_cycle(call)),
-        (_concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
+        (is_expanded(call, operator_class), widest, _EXPANDED_PER_CYCLE),
+        (reads_device_scalar(call, operator_class), widest, _scalar_per_cycle(call)),
+        (concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
     )
     return next((elements / rate for applies, elements, rate in rules if applies), 0.0)
 
@@ -426,13 +434,6 @@ def _reduces_rows(call: Call) -> bool:
     return division is not None and division.along_input and bool(tensor and tensor.contiguous)
 
 
-def mixes_dtypes(call: Call, operator_class: OpClass) -> bool:
-    """Return whether tensors of an elementwise operator have different floating-point dtypes."""
-    operands = (operand[0] for operand in call.inputs if operand and len(operand) == 1)
-    dtypes = {each.dtype for each in operands if each.numel > 1 and "float" in each.dtype}
-    return operator_class is OpClass.ELEMENTWISE and len(dtypes) > 1
-
-
 def _is_wide(call: Call) -> bool:
     """Return whether the operands have 4 bytes or more."""
     tensor = call.tensor(0)
@@ -452,37 +453,10 @@ def _compared(call: Call) -> int:
     return call.numel(1) * comparisons
 
 
-def _concatenates_strided(call: Call) -> bool:
-    """Return whether a call concatenates tensors of which one is not contiguous."""
-    tensors = (call.inputs[0] if call.inputs else None) or ()
-    return call.op == "cat" and not all(tensor.contiguous for tensor in tensors)
-
-
 STORES_BY_INDEX = frozenset(
     {"index_put", "index_put_", "_index_put_impl_", "index_copy", "index_copy_"}
 )
 """Operators of `index_elementwise_kernel` that write rows at given places."""
-
-# Kernels for these have their own code, which divides the index of each element by sizes.
-_BY_INDEX = frozenset({"triu", "triu_", "tril", "tril_", "flip", "repeat"})
-
-
-def _computes_addresses(call: Call, operator_class: OpClass) -> bool:
-    """Return whether an elementwise kernel computes each element's addresses from its index."""
-    # A copy without a cast changes the layout.
-    permutes = call.op == "copy_" and not _casts(call) and has_unknown_layout(call, operator_class)
-    if call.op in _BY_INDEX or permutes:
-        return True
-    if operator_class is not OpClass.ELEMENTWISE and call.op != "copy_":
-        return False
-    elements = max(call.output_numel, call.numel(0))
-    operands = (
-        operand for operand in (*call.inputs, *call.outputs) if operand and len(operand) == 1
-    )
-    # Operands of one element: see `_reads_device_scalar`.
-    spread = any(1 < operand[0].numel < elements for operand in operands)
-    return spread or _strides_differ(call)
-
 
 VARIANCES = frozenset({"var", "std", "var_mean", "std_mean"})
 """Reductions by Welford's algorithm."""
@@ -515,73 +489,21 @@ _FLOOR_FACTORS = {
 
 # Elements of a block that casts; fewer take a thread one load.
 _CAST_TOGETHER = 512
-_NARROWED_BY_VECTORS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def floor_factor_of(op: str, call: Call, operator_class: OpClass) -> float:
     """Return the time of the shortest call of a kernel over that of its class's shortest."""
     if is_generated(op):
         return _GENERATED_REDUCTION if operator_class is OpClass.REDUCTION else 1.0
-    if call.op == "copy_" and _casts(call) and call.numel(0) >= _CAST_TOGETHER:
+    if call.op == "copy_" and casts(call) and call.numel(0) >= _CAST_TOGETHER:
         return _OF_CASTS
-    addresses = _computes_addresses(call, operator_class) or _is_expanded(call, operator_class)
+    addresses = computes_addresses(call, operator_class) or is_expanded(call, operator_class)
     # The divisions of `flip` are a chain, see `load_chains`.
-    if call.op != "flip" and (addresses or _concatenates_strided(call)):
+    if call.op != "flip" and (addresses or concatenates_strided(call)):
         return _OF_ADDRESSES
-    if _reads_device_scalar(call, operator_class):
+    if reads_device_scalar(call, operator_class):
         return _OF_SCALARS
     return _FLOOR_FACTORS.get(call.op.removesuffix("_"), 1.0)
-
-
-# Axes of more than one element from which operands of unknown strides may be permuted: heads before
-# tokens. In captures of a Llama-8B on an H100 and an H200 all 17 copies of such tensors are
-# transpositions, and take 1.8 to 2.7 times as long as contiguous ones; of 30 elementwise calls 24
-# compute addresses; with fewer axes 27 of 141 do, and no copy of 30.
-_PERMUTED_AXES = 3
-
-
-def has_unknown_layout(call: Call, operator_class: OpClass) -> bool:
-    """Return whether a kernel's time depends on strides that were not recorded."""
-    if operator_class is not OpClass.ELEMENTWISE and call.op != "copy_":
-        return False
-    operands = [operand[0] for operand in call.inputs if operand and len(operand) == 1]
-    if any(operand.recorded_strides for operand in operands):
-        return False
-    return any(sum(size > 1 for size in each.shape) >= _PERMUTED_AXES for each in operands)
-
-
-def _is_expanded(call: Call, operator_class: OpClass) -> bool:
-    """Return whether an elementwise kernel reads an operand that is expanded, with stride 0."""
-    if operator_class is not OpClass.ELEMENTWISE and call.op != "copy_":
-        return False
-    operands = (operand[0] for operand in call.inputs if operand and len(operand) == 1)
-    return any(
-        size > 1 and not stride
-        for operand in operands
-        if operand.numel > 1 and operand.recorded_strides
-        for size, stride in zip(operand.shape, operand.strides, strict=True)
-    )
-
-
-# Dtypes that Python's numbers have as operands.
-_OF_NUMBERS = frozenset({"bool", "int64", "float64", "complex128"})
-
-
-def _reads_device_scalar(call: Call, operator_class: OpClass) -> bool:
-    """Return whether an elementwise kernel reads a 0-d tensor on the GPU.
-
-    `gpu_kernel_with_scalars` passes a 0-d tensor on the CPU, such as a number, as a parameter; one
-    on the GPU is an operand with stride 0, so the kernel has no vector loads. `where` moves its
-    scalars to the GPU. Whether a 0-d tensor is on the CPU is not recorded; the dtypes of numbers
-    are taken to be.
-    """
-    if operator_class is not OpClass.ELEMENTWISE:
-        return False
-    operands = [operand[0] for operand in call.inputs if operand and len(operand) == 1]
-    scalars = [each for each in operands if not each.shape]
-    if not scalars or max(each.numel for each in operands) == 1:
-        return False
-    return call.op == "where" or any(each.dtype not in _OF_NUMBERS for each in scalars)
 
 
 def _scalar_per_cycle(call: Call) -> float:
@@ -589,71 +511,12 @@ def _scalar_per_cycle(call: Call) -> float:
     return _SCALAR_PER_CYCLE[2 if max(widths, default=4) <= 2 else 4]
 
 
-def _transposes(call: Call) -> bool:
-    """Return whether operands of one shape differ in the axis of adjacent elements."""
-    return len({*_innermost_sizes(call)}) > 1
-
-
 def _transposed_per_cycle(call: Call) -> float:
     """Return the elements per SM and cycle of a kernel whose operands are transposed."""
-    sizes = _innermost_sizes(call)
+    sizes = innermost_sizes(call)
     if not sizes:
         return _TRANSPOSED_PER_CYCLE
     # The first operand, which a copy writes, determines the order of the elements.
     _, row = sizes[0]
     wide = min(1.0, row / _WIDE_ROW)
     return 1 / (wide / _TRANSPOSED_PER_CYCLE + (1 - wide) / _UNTRANSPOSED_PER_CYCLE)
-
-
-def _innermost_sizes(call: Call) -> list[tuple[int, int]]:
-    """Return axis and size of the adjacent elements of each operand of the largest shape."""
-    operands = [operand[0] for operand in call.inputs if operand and len(operand) == 1]
-    shape = max((operand.shape for operand in operands), key=prod, default=())
-    axes = [axis for axis, size in enumerate(shape) if size > 1]
-    innermost = [
-        min(axes, key=operand.strides.__getitem__)
-        for operand in operands
-        # An expanded operand has no adjacent elements.
-        if operand.shape == shape and axes and all(operand.strides[axis] for axis in axes)
-    ]
-    return [(axis, shape[axis]) for axis in innermost]
-
-
-def _strides_differ(call: Call) -> bool:
-    """Return whether no order of the elements is that of every operand in memory.
-
-    `TensorIterator` reorders the dimensions; if all operands are then dense and have the same
-    strides, its kernels read and write vectors of adjacent elements. A new result takes the order
-    of the operands.
-    """
-    operands = [operand[0] for operand in call.inputs if operand and len(operand) == 1]
-    if not any(operand.recorded_strides for operand in operands):
-        return False
-    shape = max((operand.shape for operand in operands), key=prod)
-    axes = [axis for axis, size in enumerate(shape) if size > 1]
-    orders = {
-        tuple(operand.strides[axis] for axis in axes)
-        for operand in operands
-        if operand.shape == shape
-    }
-    # An expanded operand does not slow the backward of a mean: 1.57 elements per SM and cycle.
-    orders = [order for order in orders if 0 not in order]
-    if len(orders) != 1:
-        return len(orders) > 1
-    dense = 1
-    for stride, size in sorted(zip(orders[0], (shape[axis] for axis in axes), strict=True)):
-        if stride != dense:
-            return True
-        dense *= size
-    return False
-
-
-def _casts(call: Call) -> bool:
-    """Return whether a copy changes the dtype by `unrolled_elementwise_kernel`.
-
-    Copy.cu has kernels that narrow float32 by vectors, such as `float_to_bfloat16_copy_kernel`.
-    """
-    to, of = call.tensor(0), call.tensor(1)
-    if to is None or of is None or to.dtype == of.dtype:
-        return False
-    return of.dtype != "float32" or to.dtype not in _NARROWED_BY_VECTORS

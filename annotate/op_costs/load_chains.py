@@ -28,10 +28,10 @@ from onerank.annotate.op_costs.kernel_overheads import (
     STORES_BY_INDEX,
     VARIANCES,
     chained_rows_of,
-    mixes_dtypes,
 )
 from onerank.annotate.op_costs.memory_bound import row_elements
 from onerank.annotate.op_costs.op_classes import op_class
+from onerank.annotate.op_costs.operand_layouts import mixes_dtypes
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import NEED_AXES, SM_COUNT, division_of
 

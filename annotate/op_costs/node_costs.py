@@ -33,7 +33,6 @@ from onerank.annotate.op_costs.kernel_overheads import (
     cached_passes_of,
     cycles_of,
     floor_factor_of,
-    has_unknown_layout,
     passes_of,
     rereads_of,
 )
@@ -46,6 +45,7 @@ from onerank.annotate.op_costs.op_classes import (
     is_generated,
     op_class,
 )
+from onerank.annotate.op_costs.operand_layouts import has_unknown_layout
 from onerank.annotate.op_costs.operands import (
     DENSE,
     Call,
