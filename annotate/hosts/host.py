@@ -38,6 +38,8 @@ HOST_OP_KINDS = {
     "reducer": "an operator that moves a gradient into DDP's bucket, or back",
     "inference": "an operator, other than a collective, that autograd does not record: of a script "
     "that only infers, under `no_grad`, or of an optimizer without a list",
+    "entering": "such an operator in a step of training, the first since its module was entered or "
+    "left",
     "step": "the rest of a step: from its last launch to the first operator of the next step",
     **PYTHON_CALLS,
 }

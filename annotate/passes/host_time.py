@@ -226,15 +226,24 @@ def _predicted_calls(graph: Graph, captured: Graph) -> tuple[HostCalls, I64]:
     python = _python_calls(captured, captured.nodes.start_ns, began_ns)
     # A launch has the tensors that it takes, its operator in the capture the whole list. A call
     # that begins with a helper without operands, such as the fill of a norm's results, counts once.
-    tensors = _tensors(captured, place[order][owner][program[first]])
+    operator = place[order][owner][program[first]]
+    tensors = _tensors(captured, operator)
     has_operands = graph.nodes.input_shapes[order[program[first]]] > 0
     with_lists = captured.job.device.type != "cpu"
     tensors = np.where(has_operands, tensors, 1)
     calls = host_calls(graph, order[program], first, tensors, with_lists=with_lists)
-    untracked = _untracked(captured, place[order][owner][program[first]])
+    untracked = _untracked(captured, operator)
+    # Most of the time of such operators is that of Python between modules: a loop of operators in
+    # one function takes less than half of it. That of steps which only infer holds both.
+    entering = np.diff(captured.nodes.module[operator], prepend=-1) != 0
+    entering &= captured.job.inference is None
     of_reducer = python.pop(REDUCER, np.zeros(len(began_ns), dtype=np.int64)) > 0
     kind = np.where(of_reducer, _CODE["reducer"], calls.kind)
-    kind[untracked & ~np.isin(kind, _ALWAYS_THEIRS)] = _CODE["inference"]
+    kind = np.where(
+        untracked & ~np.isin(kind, _ALWAYS_THEIRS),
+        np.where(entering, _CODE["entering"], _CODE["inference"]),
+        kind,
+    )
     return replace(calls, kind=kind, python=python), began_ns
 
 

@@ -89,18 +89,20 @@ def test_an_optimizer_counts_each_tensor_however_its_launches_divide_them(operan
 
 def test_operators_of_ddps_reducer_and_tensors_one_by_one_have_figures(described):
     builder = GraphBuilder()
-    for op, phase, calls in (
-        ("aten::mul", Phase.FORWARD, ""),
-        ("aten::mul", Phase.FORWARD, '{"untracked":1}'),
-        ("aten::copy_", Phase.BACKWARD, '{"reducer":1}'),
-        ("aten::copy_", Phase.BACKWARD, ""),
-        ("aten::addcdiv_", Phase.OPTIMIZER, ""),
+    for op, phase, calls, module in (
+        ("aten::mul", Phase.FORWARD, "", "layer"),
+        ("aten::mul", Phase.FORWARD, '{"untracked":1}', "layer"),
+        ("aten::mul", Phase.FORWARD, '{"untracked":1}', "layer.norm"),
+        ("aten::copy_", Phase.BACKWARD, '{"reducer":1}', ""),
+        ("aten::copy_", Phase.BACKWARD, "", ""),
+        ("aten::addcdiv_", Phase.OPTIMIZER, "", ""),
     ):
         builder.add(
             kind=Kind.HOST_OP,
             thread=1,
             op=op,
             name=op,
+            module=module,
             phase=phase,
             python_calls=calls,
             start_ns=len(builder),
@@ -108,10 +110,10 @@ def test_operators_of_ddps_reducer_and_tensors_one_by_one_have_figures(described
             input_types='["Tensor(float)", "Tensor(float)"]',
         )
     graph = builder.build(Job(device=Device("model", "H100")))
-    host = described(10_000, step=0, reducer=3_000, inference=4_000)
+    host = described(10_000, step=0, reducer=3_000, inference=4_000, entering=6_000)
     made = onerank.recost(graph, "H100", host=host)
     times = made.nodes.duration_ns[made.mask(Kind.HOST_OP)]
-    assert times.tolist() == [10_000, 4_000, 3_000, 10_000, 4_000]
+    assert times.tolist() == [10_000, 4_000, 6_000, 3_000, 10_000, 4_000]
 
 
 def test_operators_of_inference_have_a_figure_but_collectives_keep_theirs(cpu: Graph, described):
