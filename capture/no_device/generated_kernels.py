@@ -4,8 +4,11 @@ A capture without a device compiles no kernel. The source names the tensors that
 and stores, and where; `inductor` adds the FLOPs of its loops as a comment.
 """
 
+import ast
+import operator
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -197,15 +200,12 @@ def _gathered(source: str) -> frozenset[str]:
     places = _LOADED.findall(source)
 
     def address(index: str, at: int) -> int | None:
-        names = {"xindex": at}
-        try:
-            for name, value in assigned:
-                if name not in names and "index" in value:
-                    names[name] = eval(value, {"__builtins__": {}}, names)
-            return eval(index, {"__builtins__": {}}, names)
-        except (NameError, SyntaxError, TypeError):
-            # An address that is loaded itself.
-            return None
+        values = {"xindex": at}
+        for name, text in assigned:
+            value = _evaluated(text, values)
+            if name not in values and value is not None:
+                values[name] = value
+        return _evaluated(index, values)
 
     def is_gathered(index: str) -> bool:
         for at in _PROBED:
@@ -216,6 +216,40 @@ def _gathered(source: str) -> frozenset[str]:
         return True
 
     return frozenset(pointer for pointer, index in places if is_gathered(index))
+
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _evaluated(text: str, values: Mapping[str, int]) -> int | None:
+    """Return the value of an expression of integers; None if it contains anything unknown.
+
+    An address that is loaded itself is unknown.
+    """
+
+    def of(node: ast.expr) -> int | None:
+        match node:
+            case ast.Constant(value=int(value)):
+                return value
+            case ast.Name(id=name):
+                return values.get(name)
+            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _ARITHMETIC:
+                one, other = of(left), of(right)
+                if one is None or other is None:
+                    return None
+                return _ARITHMETIC[type(sign)](one, other)
+        return None
+
+    try:
+        return of(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):
+        return None
 
 
 def _places(pattern: str, source: str) -> dict[str, int]:
