@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from onerank.ir.measurement import Device, Measurement
+from onerank.ir.measurement import Device, Measurement, short_repr
 from onerank.ir.world import Pipeline, ProcessGroup, RankClass, World
 
 COMPILED_GRAPH = "compiled graph "
@@ -198,6 +198,9 @@ class Job(msgspec.Struct, frozen=True):
     compilation: Compilation | None = None
     inference: InferenceStep | None = None
     host_factor: float = 1.0
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     @property
     def rank_class(self) -> RankClass | None:

@@ -3,6 +3,7 @@
 A capture writes these records and the cost models read them, so they stand in `ir`.
 """
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -385,6 +386,19 @@ def _slowest(values: Sequence[int], ranks: int) -> int | None:
     return round(ordered[lower] + (place - lower) * (ordered[lower + 1] - ordered[lower]))
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 4, 8, 200, 1000
+
+
+def short_repr(struct: msgspec.Struct) -> str:
+    """Return a representation with the first elements of long collections.
+
+    A measurement holds thousands of times and sizes, which nobody wants in a notebook.
+    """
+    fields = (f"{name}={_SHORT.repr(getattr(struct, name))}" for name in struct.__struct_fields__)
+    return f"{type(struct).__name__}({', '.join(fields)})"
+
+
 class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     """Measurements of the captured steps, and how they were obtained.
 
@@ -454,6 +468,9 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     input_spread: float = 0.0
     tf32_gemms: bool = False
     tf32_convolutions: bool = True
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     @property
     def median_step_ns(self) -> int | None:
