@@ -94,8 +94,8 @@ def block_launchers() -> Generator[None]:
 def _refuse_rpc(*_: Any, **__: Any) -> None:
     raise CaptureError(
         "the script calls functions on other ranks by torch.distributed.rpc (init_rpc); a capture "
-        "runs one rank, and nobody would answer: capture a script whose ranks communicate by "
-        "collectives or by send and recv",
+        "runs one rank, so these calls would wait for ever; capture a script whose ranks "
+        "communicate by collectives or by send and recv",
         code="script-rpc",
     )
 

@@ -393,7 +393,7 @@ _SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 4, 8, 200, 
 def short_repr(struct: msgspec.Struct) -> str:
     """Return a representation with the first elements of long collections.
 
-    A measurement holds thousands of times and sizes, which nobody wants in a notebook.
+    A measurement holds thousands of times and sizes, which would fill pages of a notebook.
     """
     fields = (f"{name}={_SHORT.repr(getattr(struct, name))}" for name in struct.__struct_fields__)
     return f"{type(struct).__name__}({', '.join(fields)})"

@@ -40,16 +40,15 @@ class ScoreBlocks:
 
         Arguments as for `ShapeFactors.of`.
         """
-        columns: list[F64] = list(shapes.T)
-        batch, heads, _, rows, keys, d, _, causal, back, *_ = columns
-        backward = back > 0
+        call = AttentionShape.columns(shapes)
+        rows, keys, backward = call["rows"], call["keys"], call["backward"] > 0
         of_start = np.where(backward, self.backward[0], self.forward[0])
         of_keys = np.where(backward, self.backward[1], self.forward[1])
-        blocks: F64 = batch * heads * np.ceil(rows / _SCORE_ROWS)
+        blocks: F64 = call["batch"] * call["heads"] * np.ceil(rows / _SCORE_ROWS)
         tiles = np.ceil(keys / _SCORE_ROWS)
         # A causal mask leaves a block half of the keys, and its own.
-        tiles = np.where((causal > 0) & (rows == keys), (tiles + 1) / 2, tiles)
-        cycles = of_start + tiles * of_keys * np.sqrt(d / self.widest)
+        tiles = np.where((call["causal"] > 0) & (rows == keys), (tiles + 1) / 2, tiles)
+        cycles = of_start + tiles * of_keys * np.sqrt(call["d"] / self.widest)
         clock_hz = gpu.clock_hz if training else gpu.max_clock_hz
         return np.maximum(blocks / gpu.sm_count, 1.0) * cycles / clock_hz * 1e9
 
@@ -76,20 +75,20 @@ class Dropout:
 
         Arguments as for `ShapeFactors.of`.
         """
-        place = AttentionShape._fields.index("dropout")
-        if shapes.shape[1] <= place:
-            return np.zeros(len(shapes))
-        columns = dict(zip(AttentionShape._fields, shapes.T, strict=True))
-        rows, keys = columns["rows"], columns["keys"]
+        call = AttentionShape.columns(shapes)
+        rows, keys, sequences = call["rows"], call["keys"], call["batch"] * call["heads"]
         tiles = np.ceil(rows / QUERY_TILE)
-        seen = np.where((columns["causal"] > 0) & (rows == keys), (tiles + 1) / (2 * tiles), 1.0)
-        scores = columns["batch"] * columns["heads"] * rows * keys * seen
-        forward = np.interp(columns["d"], _DROPOUT_HEADS, self.forward)
-        backward = np.interp(columns["d"], _DROPOUT_HEADS, self.backward)
-        cycles = scores * np.where(columns["backward"] > 0, backward, forward)
-        busy = np.minimum(columns["batch"] * columns["heads"] * tiles, gpu.sm_count)
+        # A causal mask leaves a tile of queries half of the keys, and its own.
+        seen = np.where((call["causal"] > 0) & (rows == keys), (tiles + 1) / (2 * tiles), 1.0)
+        forward = np.interp(call["d"], _DROPOUT_HEADS, self.forward)
+        backward = np.interp(call["d"], _DROPOUT_HEADS, self.backward)
+        each = np.where(call["backward"] > 0, backward, forward)
+        cycles = sequences * rows * keys * seen * each
+        # Few tiles leave the other SMs idle.
+        busy = np.minimum(sequences * tiles, gpu.sm_count)
+        # As for `ScoreBlocks`: GEMMs keep the clock of a step of training at the power limit.
         clock_hz = gpu.clock_hz if training else gpu.max_clock_hz
-        return np.where(columns["dropout"] > 0, cycles / busy / clock_hz * 1e9, 0.0)
+        return np.where(call["dropout"] > 0, cycles / busy / clock_hz * 1e9, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +150,11 @@ class ShapeFactors:
             shapes: as for `attention_time.attention_terms`, float64[d, 12].
             training: whether the calls are of a step of training.
         """
-        columns: list[F64] = list(shapes.T)
-        _, _, _, _, _, d, _, _, back, *_ = columns
-        backward = back > 0
+        call = AttentionShape.columns(shapes)
         by_head: F64 = np.where(
-            backward,
-            np.interp(d, self.heads, self.backward),
-            np.interp(d, self.heads, self.forward),
+            call["backward"] > 0,
+            np.interp(call["d"], self.heads, self.backward),
+            np.interp(call["d"], self.heads, self.forward),
         )
         factors = by_head * self._waiting(gpu, shapes) * self._of_masks(shapes)
         return factors * self.in_training(gpu) if training else factors
@@ -171,26 +168,23 @@ class ShapeFactors:
 
     def _waiting(self, gpu: Gpu, shapes: F64) -> F64:
         """Return the time with the wait for the last tiles over that without, float64[d]."""
-        columns: list[F64] = list(shapes.T)
-        batch, heads, _, rows, _, _, _, causal, back, *_ = columns
-        per_sm: F64 = batch * heads * np.ceil(rows / QUERY_TILE) / gpu.sm_count
-        tail: F64 = np.where(back > 0, self.backward_tail, self.forward_tail)
-        waiting: F64 = 1 + 2 * tail / np.maximum(per_sm, _FEW_TILES)
-        return np.where(causal > 0, waiting, 1.0)
+        call = AttentionShape.columns(shapes)
+        tiles: F64 = call["batch"] * call["heads"] * np.ceil(call["rows"] / QUERY_TILE)
+        tail: F64 = np.where(call["backward"] > 0, self.backward_tail, self.forward_tail)
+        waiting: F64 = 1 + 2 * tail / np.maximum(tiles / gpu.sm_count, _FEW_TILES)
+        return np.where(call["causal"] > 0, waiting, 1.0)
 
     def _of_masks(self, shapes: F64) -> F64:
         """Return the time with the mask of each call over that without one, float64[d]."""
-        place = AttentionShape._fields.index("mask")
-        ones = np.ones(len(shapes))
-        if shapes.shape[1] <= place or self.masked_forward is None or self.masked_backward is None:
-            return ones
-        columns = dict(zip(AttentionShape._fields, shapes.T, strict=False))
-        forward = np.interp(columns["dv"], self.heads, self.masked_forward)
+        if self.masked_forward is None or self.masked_backward is None:
+            return np.ones(len(shapes))
+        call = AttentionShape.columns(shapes)
+        forward = np.interp(call["dv"], self.heads, self.masked_forward)
         if self.masked_narrow is not None:
-            forward = np.where(columns["d"] > columns["dv"], self.masked_narrow, forward)
-        backward = np.interp(columns["dv"], self.heads, self.masked_backward)
-        factors = np.where(columns["backward"] > 0, backward, forward)
-        return np.where(columns["mask"] > 0, factors, ones)
+            forward = np.where(call["d"] > call["dv"], self.masked_narrow, forward)
+        backward = np.interp(call["dv"], self.heads, self.masked_backward)
+        factors = np.where(call["backward"] > 0, backward, forward)
+        return np.where(call["mask"] > 0, factors, 1.0)
 
 
 # Tiles per SM below which the wait grows no further: the model's time is that of the longest tile.

@@ -123,9 +123,8 @@ def is_scheduled(gpu: Gpu, shapes: F64) -> Mask:
     """
     known = FLASH2_TILES.get(gpu.architecture, {})
     _, _, _, rows, _, d, dv, _, backward, *_ = shapes.T
-    place = AttentionShape._fields.index("dropout")
-    # Tiles are others with dropout.
-    drops = shapes[:, place] > 0 if shapes.shape[1] > place else np.zeros(len(shapes), dtype=bool)
+    # With dropout the kernel has other tiles.
+    drops = AttentionShape.columns(shapes)["dropout"] > 0
     sizes = np.array([kernel_head_size(int(width)) in known for width in d], dtype=bool)
     # Smaller heads have a kernel that was not measured.
     return sizes & (d > 32) & (d == dv) & (rows > 1) & (backward == 0) & ~drops

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.ir import UNKNOWN
+from onerank.ir.arrays import F64
 
 
 class PartKernel(IntEnum):
@@ -189,6 +192,13 @@ class AttentionShape(NamedTuple):
     window: int = 0
     mask: int = 0
     dropout: int = 0
+
+    @staticmethod
+    def columns(shapes: F64) -> dict[str, F64]:
+        """Return the columns of an array of calls by field; those that it lacks are 0."""
+        lacking = len(AttentionShape._fields) - shapes.shape[1]
+        whole = np.pad(shapes, ((0, 0), (0, lacking)))
+        return dict(zip(AttentionShape._fields, whole.T, strict=True))
 
     @property
     def sizes(self) -> AttentionSizes:

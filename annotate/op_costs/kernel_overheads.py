@@ -223,9 +223,9 @@ _SUMS, _TOGETHER, _FILLING_OUTPUTS = frozenset(("sum", "mean")), 4, 1 << 18
 _OUTPUT_CYCLES, _FOUR_CYCLES, _OTHER_CYCLES = 0.54, 0.55, 0.27
 
 # A 0-d operand on the GPU has an address, too, but its index is divided by nothing: 1.39 to 1.55
-# elements of 32 bits and 2.1 to 2.6 of 16 in captured steps on an H200 (gradient clipping by a norm
-# on the GPU, attention scaled by a tensor), 590 thousand to 41 million elements. Shortest calls
-# take 1.5 times as long as of vectorised kernels.
+# elements of 32 bits and 2.1 to 2.6 of 16, for 590 thousand to 41 million elements in captured
+# steps on an H200 (clipping by a norm, attention scaled by a tensor;
+# 2026-11-28-two-gpu-jobs-2xh200). The shortest calls take 1.5 times as long as vectorised ones.
 _SCALAR_PER_CYCLE = {2: 2.1, 4: 1.4}
 _OF_SCALARS = 1.5
 

@@ -66,9 +66,9 @@ def launched(
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     recorded = profile(activities=activities, acc_events=True)
     with unparsed(recorded):
-        # After a call at the power limit the clock is low for a while. In one order, a call would
-        # follow the same one each time: profiled on two H200s a week apart, 94 calls of attention
-        # agree within 7%, in another order within 17%.
+        # After a call at the power limit the clock is low for a while. In one order a call would
+        # follow the same one each time: 94 calls of attention on two H200s agree within 7%, in
+        # another order within 17% (benchmarks/results/2026-11-28-profiled-order-h200.txt).
         for repeat in range(REPEATS):
             for number in random.Random(repeat).sample(range(len(calls)), len(calls)):
                 call = calls[number]

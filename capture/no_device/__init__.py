@@ -11,7 +11,6 @@
 - `inductor`: compiled graphs, as Inductor schedules them for the GPU; `generated_kernels` are their
   kernels, `graph_numbers` computes their known integers.
 - `tensor_values`: storages, and what a script reads from a tensor that has no numbers.
-- `bucket_rebuilds`: whether DDP ordered its buckets anew in a step.
 - `package_files`: which frames lie between a script's line and an operator.
 - `generation_ends`: the end of `generate`, whose tokens have no numbers.
 - `event_log`: the recorded operators, module calls and allocations; `raw_traces` writes them.

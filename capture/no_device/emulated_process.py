@@ -15,7 +15,6 @@ from torch.utils import _python_dispatch
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.no_device import cuda_stubs, generation_ends
 from onerank.capture.no_device.attention_backends import choose_attention
-from onerank.capture.no_device.bucket_rebuilds import BucketRebuilds
 from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.device_memory import DeviceMemory
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
@@ -63,6 +62,41 @@ _FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
 _COMPILED_OPTIMIZER = "torch._dynamo.variables.optimizer"
 
 _FAKE_TENSOR_MODE = "torch._subclasses.fake_tensor.FakeTensorMode"
+
+
+_REDUCER = "torch._C._distributed_c10d.Reducer"
+
+
+class BucketRebuilds:
+    """Counts how often reducers rebuild their buckets, which each does once.
+
+    The buckets follow the order of the gradients in an earlier backward: the first, or with
+    `static_graph` the second, as the first learns which parameters take part.
+
+    Attributes:
+        count: rebuilds so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextlib.contextmanager
+    def counted(self) -> Generator[None]:
+        """Count inside the context."""
+        if not torch.distributed.is_available():
+            yield
+            return
+        from torch._C._distributed_c10d import Reducer
+
+        rebuild: Any = Reducer._rebuild_buckets
+
+        def rebuild_buckets(reducer: Any) -> bool:
+            rebuilt: bool = rebuild(reducer)
+            self.count += rebuilt
+            return rebuilt
+
+        with patched(_REDUCER, {"_rebuild_buckets": rebuild_buckets}):
+            yield
 
 
 class EmulatedProcess:

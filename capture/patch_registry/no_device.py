@@ -259,7 +259,7 @@ _FAKE_TENSORS: tuple[Patch, ...] = (
         "torch._C._distributed_c10d.Reducer",
         ("_rebuild_buckets",),
         "The step in which DDP orders its buckets anew is no step of a long run.",
-        ("no_device.bucket_rebuilds",),
+        ("no_device.emulated_process",),
     ),
     Patch(
         "torch.UntypedStorage",

@@ -4,9 +4,18 @@ import json
 from dataclasses import dataclass
 from math import inf
 
-from onerank.converters.targets.astra_sim.file_names import GROUPS_FILE
+from onerank.ir.chakra.third_party_traces import GROUP_FILES
 from onerank.ir.errors import ExportError
 from onerank.ir.notes import Note
+
+# Names of the files of a workload besides its traces; `check` reads them, too.
+GROUPS_FILE = GROUP_FILES[0]
+SYSTEM_FILE = "system.json"
+ROOFLINE_SYSTEM_FILE = "system_roofline.json"
+NETWORK_FILE = "network.yml"
+MEMORY_FILE = "memory.json"
+LOGGING_FILE = "logging.toml"
+SCRIPT_FILE = "run.sh"
 
 # Memory so fast that reductions take no time: a gigabyte in a nanosecond.
 _FREE_MEMORY_GB_PER_S = 1e9

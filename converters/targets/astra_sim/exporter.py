@@ -17,7 +17,7 @@ from onerank.converters.expand.host_delays import (
     storage_delays,
 )
 from onerank.converters.expand.ranks import RankGraph, check_all_equal
-from onerank.converters.targets.astra_sim import config_files, file_names
+from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
 from onerank.converters.targets.astra_sim.lower_for_astra_sim import (
@@ -319,16 +319,16 @@ def _write(
             write_ranks(workload, scratch / name, roofline=False)
             write_ranks(workload, scratch / f"{name}_roofline", roofline=True)
         for file, text in {
-            file_names.GROUPS_FILE: config_files.groups_json(groups),
-            file_names.SYSTEM_FILE: system_json(roofline=False),
-            file_names.ROOFLINE_SYSTEM_FILE: system_json(roofline=True),
-            file_names.NETWORK_FILE: config_files.network_yml(ranks, target.network),
-            file_names.MEMORY_FILE: config_files.memory_json(),
-            file_names.LOGGING_FILE: config_files.logging_toml(),
-            file_names.SCRIPT_FILE: config_files.run_script(name, ranks),
+            config_files.GROUPS_FILE: config_files.groups_json(groups),
+            config_files.SYSTEM_FILE: system_json(roofline=False),
+            config_files.ROOFLINE_SYSTEM_FILE: system_json(roofline=True),
+            config_files.NETWORK_FILE: config_files.network_yml(ranks, target.network),
+            config_files.MEMORY_FILE: config_files.memory_json(),
+            config_files.LOGGING_FILE: config_files.logging_toml(),
+            config_files.SCRIPT_FILE: config_files.run_script(name, ranks),
         }.items():
             (scratch / file).write_bytes(text.encode())
-        (scratch / file_names.SCRIPT_FILE).chmod(0o755)
+        (scratch / config_files.SCRIPT_FILE).chmod(0o755)
         files = sorted([*(path.name for path in scratch.iterdir()), MANIFEST])
     return AstraSimExport(
         directory=directory,

@@ -29,7 +29,7 @@ from onerank.converters.targets.astra_sim.check.config_text import (
     yaml_real,
 )
 from onerank.converters.targets.astra_sim.check.findings import Report
-from onerank.converters.targets.astra_sim.file_names import NETWORK_FILE, SCRIPT_FILE
+from onerank.converters.targets.astra_sim.config_files import NETWORK_FILE, SCRIPT_FILE
 from onerank.ir.chakra.third_party_traces import GROUP_FILES, group_files
 from onerank.ir.enums import Collective
 

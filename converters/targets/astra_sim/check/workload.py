@@ -42,7 +42,7 @@ from onerank.converters.targets.astra_sim.check.node_rules import (
     check_graph,
     check_nodes,
 )
-from onerank.converters.targets.astra_sim.file_names import (
+from onerank.converters.targets.astra_sim.config_files import (
     LOGGING_FILE,
     MEMORY_FILE,
     NETWORK_FILE,
